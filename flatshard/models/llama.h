@@ -146,7 +146,7 @@ class LlamaMlpImpl : public nn::Module {
       std::int64_t run_tokens = 0);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param norm      of h; null: h itself is read.
-  /// @param is_result_of_part  the result is that of the innermost recomputed
+  /// @param is_result_of_part  it is the result of the innermost recomputed
   ///   part around this call, so that nothing reads it in a second run.
   at::Tensor forward(
       const at::Tensor& x,

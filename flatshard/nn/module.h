@@ -121,7 +121,7 @@ class Module : public torch::nn::Module {
   bool has_only_pre_hooks() const {
     return hooks_.empty() && error_hooks_.empty();
   }
-  /// Returns whether hooks follow its calls, as those of a unit do, that read
+  /// Returns whether hooks follow its calls, like hooks of units, that read
   /// no values.
   bool is_followed() const {
     return !error_hooks_.empty() || !hooks_.all_read_values();

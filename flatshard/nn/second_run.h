@@ -43,7 +43,7 @@ class SecondRun {
 /// layer that makes it need not compute them.
 bool in_second_run();
 
-/// Returns a tensor for the graph alone: one NaN that stands for all elements.
+/// Returns a tensor for the graph: one NaN that stands for all elements.
 at::Tensor without_values(
     at::IntArrayRef sizes,
     const at::TensorOptions& options);

@@ -10,7 +10,7 @@ namespace flatshard::nn {
 
 struct TokenRunsOptions {
   std::int64_t tokens = 0;  ///< of one run, at least 1
-  /// The result is that of the part around this one, so that nothing reads it
+  /// It is the result of the part around this one, so that nothing reads it
   /// when the part runs again. Then that second run does not compute it.
   bool is_result_of_part = false;
   /// Other modules whose parameters fn uses. They outlive the owner.

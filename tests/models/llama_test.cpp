@@ -215,7 +215,7 @@ nn::Module& module_of(Llama& model, const std::string& name) {
 }
 
 // With its residual, down is the only addmm of a forward: it makes the result
-// of the part that runs again, which nothing reads.
+// of the part that runs again. Nothing reads it.
 TEST(LlamaRecompute, ASecondRunMakesNoResultOfItsPart) {
   const auto products = [](const char* of, const LlamaOptions& options) {
     Llama model = make(small(), at::kFloat, options);
@@ -248,7 +248,7 @@ TEST(LlamaRecompute, ASecondRunMakesNoResultOfItsPart) {
 }
 
 // The second run of the part around both reads the result of the first block,
-// with or without gradients of its own.
+// with or without gradients.
 TEST(LlamaRecompute, L8_PartsInsideAnotherHaveTheirResults) {
   const auto gradients =
       [](const LlamaOptions& options, bool recompute, bool is_frozen) {
@@ -296,8 +296,8 @@ TEST(LlamaRecompute, L8_PartsInsideAnotherHaveTheirResults) {
   }
 }
 
-// Hooks that read results run where there are any: in the first run. Others,
-// as those of units, run in both.
+// Hooks that read results run where there are any: in the first run. Hooks of
+// units run in both.
 TEST(LlamaRecompute, HooksReadResultsInTheFirstRun) {
   for (const LlamaOptions& options :
        {LlamaOptions{.activation_checkpoint = ActivationCheckpoint::full},

@@ -58,7 +58,7 @@ TEST(RunPlan, SmallChunksOfTokensTakeTime) {
   }
 }
 
-// Half of the blocks take half of the time of a recompute, and their
+// Half of the blocks need half of the time of a recompute, and their
 // activations half of the memory.
 TEST(RunPlan, SomeBlocksAreRecomputed) {
   const auto with = [](const char* key, const std::string& value) {
