@@ -126,7 +126,7 @@ class Module : public torch::nn::Module {
   bool is_followed() const {
     return !error_hooks_.empty() || !hooks_.all_read_values();
   }
-  /// Of a forward: nothing reads the values of its result, and it has none.
+  /// A forward calls it if nothing reads the values of its result.
   void set_result_unread(bool is_unread) { result_is_unread_ = is_unread; }
   void run_forward_pre_hooks(const TensorList& inputs) {
     pre_hooks_.run(*this, inputs);

@@ -249,7 +249,7 @@ TEST(Activations, ASecondRunMakesNoResult) {
   EXPECT_EQ(
       again(work({}, PlanNode::attend, "selective").recompute, Kind::product),
       2);
-  // Of an adapter, B.
+  // The base matmul and B make the result of an adapted layer.
   const plan::NodeWork adapted = work(
       {"lora.rank=8", "lora.targets=all-linear"},
       PlanNode::attend,
