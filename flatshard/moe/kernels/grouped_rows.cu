@@ -6,6 +6,8 @@ namespace {
 template <bool kIsInOut>
 struct RowsMatmul {
   using Args = GroupedRows;
+  using Size = Sizes<Warpgroups::share_tiles>;
+  using Shared = SharedOf<Size>;
   static constexpr bool kHasEmptyTiles = false;
   static constexpr bool kTransposedA = false;
   static constexpr bool kTransposedB = kIsInOut;
@@ -14,7 +16,8 @@ struct RowsMatmul {
   const CUtensorMap& x;
   const CUtensorMap& weight;
 
-  // Finds tiles by their numbers, in ascending order.
+  // Finds tiles by the numbers of their pairs, in ascending order. The tiles of
+  // an expert's last rows, if their number is odd, are pairs of the same rows.
   class Tiles {
    public:
     __device__ explicit Tiles(const Args& args)
@@ -23,15 +26,25 @@ struct RowsMatmul {
     __device__ bool find(int index, Tile& tile) {
       const int per_row = args_.out / kTileColumns;
       for (;;) {
-        const int count = (end_ - begin_ + kTileRows - 1) / kTileRows * per_row;
+        const int tiles =
+            (end_ - begin_ + Size::kTileRows - 1) / Size::kTileRows;
+        const int count = tiles / kPair * per_row +
+                          tiles % kPair * ((per_row + kPair - 1) / kPair);
         if (index < first_ + count) {
           const int inside = index - first_;
+          const int pair = inside / per_row;
+          const int column = inside % per_row;
+          const int rank = hopper::cluster_rank();
+          const bool same_rows = pair == tiles / kPair;
           tile = {
               expert_,
-              begin_ + inside / per_row * kTileRows,
-              inside % per_row * kTileColumns,
+              begin_ +
+                  (pair * kPair + (same_rows ? 0 : rank)) * Size::kTileRows,
+              (same_rows ? column * kPair + rank : column) * kTileColumns,
               begin_,
-              end_};
+              end_,
+              same_rows};
+          tile.exists = tile.column < args_.out;
           return true;
         }
         if (++expert_ == args_.experts) {
@@ -60,43 +73,51 @@ struct RowsMatmul {
   copy(const Tile& tile, int step, const Shared& shared, int stage) const {
     const std::uint32_t filled = shared.filled(stage);
     const int term = step * kBox;
+    const int column_boxes = tile.exists ? kColumnBoxes : 0;
     hopper::expect_copies(
         filled,
-        (row_boxes(tile) + kColumnBoxes) * kBoxNbytes);
+        (row_boxes(tile) + column_boxes) * kBoxNbytes);
     copy_operand<false>(
         shared.a(stage),
         x,
         tile.row,
         term,
         row_boxes(tile),
-        filled);
+        filled,
+        tile.same_rows);
     if (kIsInOut) {
       copy_operand<true>(
           shared.b(stage),
           weight,
           tile.column,
           tile.expert * args.in + term,
-          kColumnBoxes,
-          filled);
+          column_boxes,
+          filled,
+          !tile.same_rows);
     } else {
       copy_operand<false>(
           shared.b(stage),
           weight,
           tile.expert * args.out + tile.column,
           term,
-          kColumnBoxes,
-          filled);
+          column_boxes,
+          filled,
+          !tile.same_rows);
     }
   }
   __device__ void clean(const Tile&, int /*step*/, const Shared&, int /*stage*/)
       const {}
+  __device__ void fetch(const Tile&) const {}
   template <class WaitForSums>
   __device__ void write(
       const Tile& tile,
       float (&sums)[128],
       const WaitForSums& wait_for_sums) const {
     wait_for_sums();
-    const int first = tile.row + thread_row();
+    if (!tile.exists) {
+      return;
+    }
+    const int first = tile.row + row_of_thread(threadIdx.x);
     __nv_bfloat16* const to = static_cast<__nv_bfloat16*>(args.y) +
                               static_cast<std::int64_t>(first) * args.out +
                               tile.column + thread_column();

@@ -13,6 +13,21 @@ __device__ inline std::uint32_t address_of(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+// -- clusters of blocks ------------------------------------------------------
+
+/// Returns the rank of this block in its cluster.
+__device__ inline int cluster_rank() {
+  int rank = 0;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// Each thread of a cluster calls it, and waits for the others.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\n"
+               "barrier.cluster.wait.acquire;" ::
+                   : "memory");
+}
+
 // -- barriers ----------------------------------------------------------------
 
 __device__ inline void init_barrier(std::uint32_t barrier, int arrivals) {
@@ -31,8 +46,14 @@ __device__ inline void expect_copies(std::uint32_t barrier, int nbytes) {
       "r"(nbytes)
       : "memory");
 }
-__device__ inline void arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
+/// Arrives at this barrier of the cluster's block `rank`.
+__device__ inline void arrive(std::uint32_t barrier, int rank) {
+  asm volatile("{\n"
+               ".reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+               "}" ::"r"(barrier),
+               "r"(rank)
                : "memory");
 }
 /// Waits for the end of the phase of this parity: 0 for the first one. A phase
@@ -70,6 +91,31 @@ __device__ inline void copy_box(
                "r"(row),
                "r"(barrier)
                : "memory");
+}
+/// Queues one copy into the memory of several blocks of a cluster, at the same
+/// place in each. Each block's `barrier` learns of the end.
+///
+/// @param ranks  a bit for each block
+__device__ inline void copy_box_to(
+    unsigned ranks,
+    std::uint32_t to,
+    const CUtensorMap& matrix,
+    int column,
+    int row,
+    std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::"
+               "complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+               "[%4], %5;" ::"r"(to),
+               "l"(&matrix),
+               "r"(column),
+               "r"(row),
+               "r"(barrier),
+               "h"(static_cast<std::uint16_t>(ranks))
+               : "memory");
+}
+/// Requests a line of memory for the level 2 cache.
+__device__ inline void fetch_line(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 /// Matmuls and copies that follow see what this thread wrote.
 __device__ inline void fence_written() {
