@@ -125,13 +125,12 @@ bool any_requires_grad(at::TensorList tensors) {
 
 }  // namespace
 
-FirstRun::FirstRun() : in_second_(std::exchange(second_run_now, false)) {
+FirstRun::FirstRun() : not_second_(false) {
   ++first_runs;
 }
 
 FirstRun::~FirstRun() {
   --first_runs;
-  second_run_now = in_second_;
 }
 
 SecondRun::SecondRun(bool is_one)

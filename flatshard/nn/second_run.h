@@ -12,19 +12,6 @@ namespace flatshard::nn {
 
 // The parts of a node whose backward runs its forward again.
 
-/// While one exists, this thread is in the first run of a part that is run
-/// again in its backward: see in_checkpointed_forward.
-class FirstRun {
- public:
-  FirstRun();
-  ~FirstRun();
-  FirstRun(const FirstRun&) = delete;
-  FirstRun& operator=(const FirstRun&) = delete;
-
- private:
-  bool in_second_;  // of a part around this one
-};
-
 /// While one exists, this thread is in the second run of a part.
 class SecondRun {
  public:
@@ -36,6 +23,19 @@ class SecondRun {
 
  private:
   bool outer_;
+};
+
+/// While one exists, this thread is in the first run of a part that is run
+/// again in its backward: see in_checkpointed_forward.
+class FirstRun {
+ public:
+  FirstRun();
+  ~FirstRun();
+  FirstRun(const FirstRun&) = delete;
+  FirstRun& operator=(const FirstRun&) = delete;
+
+ private:
+  SecondRun not_second_;  // a part around this one may be in it
 };
 
 /// Returns whether the innermost recomputed part that this thread runs is in
