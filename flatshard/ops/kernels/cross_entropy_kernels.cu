@@ -100,14 +100,21 @@ __global__ void __launch_bounds__(1024)
     return;
   }
   const float scale = *a.scale;
+  // The thread of the target's pack corrects it at the end, so that the loop
+  // compares nothing.
+  const bool has_target = known && target / N % blockDim.x == threadIdx.x;
+  const float at_target = has_target ? to_float(logits[target]) : 0.0F;
   for (std::int64_t at = first; at < a.vocab; at += stride) {
     float v[N];
     load<T, N>(logits + at, v);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      v[i] = (__expf(v[i] - lse) - (at + i == target ? 1.0F : 0.0F)) * scale;
+    for (float& x : v) {
+      x = __expf(x - lse) * scale;
     }
     store<T, N>(logits + at, v);
+  }
+  if (has_target) {
+    logits[target] = from_float<T>((__expf(at_target - lse) - 1.0F) * scale);
   }
 }
 
