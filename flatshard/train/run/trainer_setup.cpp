@@ -14,6 +14,7 @@
 #include "flatshard/train/run/run_summary.h"
 #include "flatshard/train/run/trainer.h"
 #include "flatshard/train/setup/base_digest.h"
+#include "flatshard/train/setup/first_kernels.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/run_device.h"
@@ -295,6 +296,10 @@ StartMetrics Trainer::start_metrics() const {
 }
 
 void Trainer::load_weights(bool resume) {
+  const bool reads = start_.checkpoint || !config_.model.init_from.empty();
+  const std::future<void> kernels =
+      reads ? load_first_kernels(device_, config_.precision.compute)
+            : std::future<void>();
   // Checkpoints of adapters do not contain the base model's weights.
   if (!start_.checkpoint || state_.lora) {
     take_weights();
