@@ -32,7 +32,7 @@ class NanCheck : public GradientObserver {
   void set_enabled(bool enabled) { enabled_ = enabled; }
 
   void gradients_ready(Unit& unit, const SlotView& slot) override;
-  bool reads_slots() const override { return enabled_; }
+  bool needs_slots() const override { return enabled_; }
 
  private:
   bool enabled_ = true;

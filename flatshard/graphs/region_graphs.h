@@ -39,6 +39,7 @@ void check_graph_options(
 class RegionGraphs : public nn::RegionRunner,
                      public SlotObserver,
                      public StepObserver,
+                     public GradientObserver,
                      public std::enable_shared_from_this<RegionGraphs> {
  public:
   /// @param units  outlive this.
@@ -54,6 +55,9 @@ class RegionGraphs : public nn::RegionRunner,
   /// in gradient mode starts another step, and captures when enough was seen.
   /// @param at_rest  no slot is in use and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest) override;
+  /// Graphs write gradients to slots. Eager steps before the captures, and
+  /// after a resume, must not round them in another way.
+  bool needs_slots() const override { return true; }
   /// Steps have several microbatches in flight at once, each with separate
   /// graphs, until the returned handle is destroyed; otherwise all share the
   /// same graphs. Drops all graphs, then and now.

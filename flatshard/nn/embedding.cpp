@@ -1,6 +1,7 @@
 #include "flatshard/nn/embedding.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/ops/cuda_ops.h"
 #include "flatshard/ops/parameter_check.h"
 
 #include <utility>
@@ -11,6 +12,25 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// Writes or adds the gradient of a table of rows, and returns whether it did:
+// in float32 on a GPU, where only the rows of these tokens are read and added.
+//
+// @param index  [tokens]; at least the number of rows: there is no such row
+bool write_rows(
+    at::Tensor& grad,
+    bool accumulate,
+    const at::Tensor& g,
+    const at::Tensor& index) {
+  if (!cuda::supports(g) || grad.scalar_type() != at::kFloat) {
+    return false;
+  }
+  if (!accumulate) {
+    grad.zero_();
+  }
+  cuda::add_token_rows(grad, index, g);
+  return true;
+}
 
 struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static at::Tensor forward(
@@ -45,6 +65,9 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
         weight,
         compute,
         [&](at::Tensor& grad, bool accumulate) {
+          if (write_rows(grad, accumulate, g, index)) {
+            return;
+          }
           if (accumulate) {
             // Summed on its own first: the result then does not depend on
             // whether microbatches are added here or by a reduction.
@@ -54,7 +77,8 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
           } else {
             grad.copy_(compute());
           }
-        });
+        },
+        /*adds_to_float32=*/cuda::supports(g));
     return out;
   }
 };
@@ -97,7 +121,16 @@ struct PartEmbeddingFunction
           .narrow(0, 0, weight.size(0));
     };
     variable_list out(4);
-    out[0] = deliver_wgrad(saved_context(ctx), weight, compute);
+    out[0] = deliver_wgrad(
+        saved_context(ctx),
+        weight,
+        compute,
+        [&](at::Tensor& grad, bool accumulate) {
+          if (!write_rows(grad, accumulate, g, index)) {
+            accumulate ? grad.add_(compute()) : grad.copy_(compute());
+          }
+        },
+        /*adds_to_float32=*/cuda::supports(g));
     return out;
   }
 };

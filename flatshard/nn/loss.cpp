@@ -227,7 +227,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
           [&](at::Tensor& grad, bool accumulate) {
             accumulate ? grad.addcmul_(dw, scale)
                        : at::mul_out(grad, dw, scale);
-          });
+          },
+          /*adds_to_float32=*/dw.is_cuda());
     }
   }
 };

@@ -167,6 +167,12 @@ void wgrad_product(
   }
 }
 
+// Matmuls on a GPU sum 16-bit and FP8 operands in float32. On CPUs the sum of a
+// microbatch is rounded first, so that a reduction may as well add it.
+bool adds_to_float32(const at::Tensor& weight) {
+  return weight.is_cuda() && at::isReducedFloatingType(weight.scalar_type());
+}
+
 }  // namespace
 
 void write_matmul_wgrad(
@@ -201,9 +207,11 @@ at::Tensor deliver_matmul_wgrad(
   const auto source = weight_source(context);
   const auto recipe = source ? source->recipe(weight) : std::nullopt;
   if (defer_wgrad(context, weight, [&]() -> LateWgrad {
-        return {[recipe, g, x](at::Tensor& grad, bool accumulate) {
-          write_matmul_wgrad(grad, accumulate, recipe, g, x);
-        }};
+        return {
+            [recipe, g, x](at::Tensor& grad, bool accumulate) {
+              write_matmul_wgrad(grad, accumulate, recipe, g, x);
+            },
+            adds_to_float32(weight)};
       })) {
     return {};
   }
@@ -220,7 +228,8 @@ at::Tensor deliver_matmul_wgrad(
       },
       [&](at::Tensor& grad, bool accumulate) {
         write_matmul_wgrad(grad, accumulate, recipe, g, x);
-      });
+      },
+      adds_to_float32(weight));
 }
 
 }  // namespace flatshard::nn

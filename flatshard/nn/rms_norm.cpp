@@ -179,7 +179,12 @@ at::Tensor deliver_norm_wgrad(
     write(grad, false);
     return grad;
   };
-  return deliver_wgrad(context, weight, compute, write);
+  return deliver_wgrad(
+      context,
+      weight,
+      compute,
+      write,
+      /*adds_to_float32=*/cuda::supports(dw));
 }
 
 }  // namespace flatshard::nn

@@ -1,6 +1,7 @@
 #include "flatshard/ops/cuda_ops.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/capability.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/ops/kernels/ops_kernels.h"
@@ -263,6 +264,35 @@ void cross_entropy(
        .write_gradient = args.write_gradient,
        .is_part = args.is_part,
        .dtype = dtype_of(logits)},
+      stream());
+  check_kernel_launch();
+}
+
+void add_token_rows(
+    const at::Tensor& table,
+    const at::Tensor& ids,
+    const at::Tensor& rows) {
+  const c10::cuda::CUDAGuard guard(table.device());
+  FLATSHARD_CHECK(
+      table.scalar_type() == at::kFloat,
+      internal,
+      "expected a float32 table, got {}",
+      c10::toString(table.scalar_type()));
+  const auto [sorted, order] =
+      ids.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor pieces = at::empty(
+      {2 * ceil_div(rows.size(0), kernels::AddTokenRows::kPiece), rows.size(1)},
+      table.options());
+  kernels::add_token_rows(
+      {.rows = in(rows),
+       .ids = sorted.const_data_ptr<std::int64_t>(),
+       .order = order.const_data_ptr<std::int64_t>(),
+       .table = static_cast<float*>(out(table)),
+       .pieces = static_cast<float*>(out(pieces)),
+       .tokens = rows.size(0),
+       .dim = rows.size(1),
+       .table_rows = table.size(0),
+       .dtype = dtype_of(rows)},
       stream());
   check_kernel_launch();
 }

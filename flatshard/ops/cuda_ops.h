@@ -116,6 +116,17 @@ void cross_entropy(
     at::Tensor& lse,
     const CrossEntropyArgs& args);
 
+/// table[ids[t]] += rows[t] for each token t, in float32 and in the order of
+/// tokens: deterministic.
+///
+/// @param table  float32 [n, dim]
+/// @param ids    int64 [tokens], 0 or more; n or more: the row is skipped
+/// @param rows   [tokens, dim]
+void add_token_rows(
+    const at::Tensor& table,
+    const at::Tensor& ids,
+    const at::Tensor& rows);
+
 struct SampleDropoutArgs {
   std::int64_t first_row = 0;     ///< of x among the rows of all samples
   std::int64_t seq_len = 1;       ///< rows of a sample

@@ -73,6 +73,9 @@ void cross_entropy(
     const CrossEntropyArgs&) {
   refuse();
 }
+void add_token_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  refuse();
+}
 void sample_dropout(
     const at::Tensor&,
     const at::Tensor&,

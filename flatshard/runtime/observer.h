@@ -96,9 +96,10 @@ class GradientObserver {
   /// `slot` contains this rank's full gradient of `unit`. Its reduction is
   /// queued next. Kernels run here go to the current stream, after its kernels.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
-  /// Returns whether gradients_ready reads the slot: then all gradients are
-  /// written there.
-  virtual bool reads_slots() const { return false; }
+  /// Returns whether all gradients must be written to their slots, and none to
+  /// the sum of microbatches: gradients_ready reads the slot, or steps that
+  /// write there have to be equal to the others.
+  virtual bool needs_slots() const { return false; }
   /// Returns whether to call gradients_reduced. The host waits for that on CPUs
   /// and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
@@ -163,8 +164,8 @@ struct RuntimeObservers {
   bool want_unused_slots() const {
     return slots.any([](SlotObserver& o) { return o.wants_unused_slots(); });
   }
-  bool read_gradient_slots() const {
-    return gradients.any([](GradientObserver& o) { return o.reads_slots(); });
+  bool need_gradient_slots() const {
+    return gradients.any([](GradientObserver& o) { return o.needs_slots(); });
   }
   bool want_reduced_gradients(const Unit& unit) const {
     return gradients.any(

@@ -290,7 +290,7 @@ void RuntimeCore::release_abandoned() {
 }
 
 std::optional<nn::WgradTarget> RuntimeCore::sum_target(ParameterRef parameter) {
-  if (observers.read_gradient_slots()) {
+  if (observers.need_gradient_slots()) {
     return std::nullopt;
   }
   const Action next = step.scheduler.next_reduction(parameter.unit);

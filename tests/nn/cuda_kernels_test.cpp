@@ -15,6 +15,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <random>
 
 // Every CUDA path against float64 on the CPU, over random shapes with odd sizes
@@ -480,6 +481,46 @@ TEST_P(CudaKernels, LinearAndEmbeddingIntoTheSink) {
           relative_error(sink->grad(table).cpu(), te.grad() * round),
           tolerance());
     }
+  }
+}
+
+TEST_P(CudaKernels, RowsOfTokensAreAddedToATable) {
+  constexpr std::int64_t kTableRows = 40;
+  // At most 64 and 16 additions of half a unit each, and the sum of magnitudes
+  // is at most 12 times the largest sum.
+  constexpr double kTolerance = 0x1p-14;
+  struct Case {
+    std::int64_t tokens, ids, dim;
+  };
+  // Many different ids, one, and a few that have long runs; not all are in the
+  // table.
+  for (const auto& [tokens, ids, dim] : std::initializer_list<Case>{
+           {0, 1, 8},
+           {1, 1, 8},
+           {64, 1, 8},
+           {65, 1, 8},
+           {1000, 1, 63},
+           {1000, 3, 64},
+           {333, 45, 2000},
+           {2000, 45, 61}}) {
+    SCOPED_TRACE(fmt::format("{} tokens, {} ids, dim {}", tokens, ids, dim));
+    const at::Tensor index = at::randint(ids, {tokens}, generator_, at::kLong);
+    const at::Tensor rows = gradient({tokens, dim});
+    const at::Tensor table =
+        at::ones({kTableRows, dim}, at::TensorOptions(at::kCUDA));
+    at::Tensor want = at::zeros({ids, dim}, at::kDouble);
+    want.index_add_(0, index, rows.cpu().to(at::kDouble));
+    const at::Tensor first = table.clone();
+    cuda::add_token_rows(first, index.cuda(), rows);
+    const std::int64_t known = std::min(ids, kTableRows);
+    const at::Tensor found = first.cpu().to(at::kDouble) - 1.0;
+    EXPECT_LE(
+        relative_error(found.slice(0, 0, known), want.slice(0, 0, known)),
+        kTolerance);
+    EXPECT_TRUE(found.slice(0, known).eq(0).all().item<bool>());
+    const at::Tensor second = table.clone();
+    cuda::add_token_rows(second, index.cuda(), rows);
+    EXPECT_TRUE(at::equal(second, first));
   }
 }
 

@@ -129,19 +129,34 @@ struct SummingLinear : torch::autograd::Function<SummingLinear> {
 };
 thread_local const void* SummingLinear::last_target = nullptr;
 
+void use_summing_layers(Twin& twin) {
+  for (auto* model : {&twin.sharded, &twin.plain}) {
+    for (auto& cell : (*model)->cells) {
+      cell->body = [](CellImpl& own, const at::Tensor& x) {
+        return SummingLinear::apply(
+            x * own.gain,
+            own.up->weight(),
+            own.up->context());
+      };
+    }
+  }
+}
+
+// Returns whether the last weight gradient was written to the sum of
+// microbatches.
+bool last_target_is_in_sum(const Twin& twin) {
+  const ParamGroup& group = twin.group_of("cell0.up.weight");
+  const at::Tensor sum = group.gradients().reduced().local();
+  const auto* const begin = static_cast<const char*>(sum.data_ptr());
+  const auto* const target =
+      static_cast<const char*>(SummingLinear::last_target);
+  return target >= begin && target < begin + sum.nbytes();
+}
+
 TEST(Contract, LayersAddToTheSumOfMicrobatches) {
   for_strategies([&](const RankContext& context, FullyShardOptions options) {
     Twin twin(context, {}, options);
-    for (auto* model : {&twin.sharded, &twin.plain}) {
-      for (auto& cell : (*model)->cells) {
-        cell->body = [](CellImpl& own, const at::Tensor& x) {
-          return SummingLinear::apply(
-              x * own.gain,
-              own.up->weight(),
-              own.up->context());
-        };
-      }
-    }
+    use_summing_layers(twin);
     for (int step = 0; step < 2; ++step) {
       twin.run([](Lab& model, const Twin& twin, int rank) {
         for (const int m : {0, 1, 2}) {
@@ -154,15 +169,34 @@ TEST(Contract, LayersAddToTheSumOfMicrobatches) {
         }
       });
       if (twin.world == 1) {
-        const ParamGroup& group = twin.group_of("cell0.up.weight");
-        const at::Tensor sum = group.gradients().reduced().local();
-        const auto* const begin = static_cast<const char*>(sum.data_ptr());
-        const auto* const target =
-            static_cast<const char*>(SummingLinear::last_target);
-        EXPECT_TRUE(target >= begin && target < begin + sum.nbytes());
+        EXPECT_TRUE(last_target_is_in_sum(twin));
       }
       twin.update();
     }
+  });
+}
+
+struct NeedsSlots : GradientObserver {
+  bool needs_slots() const override { return true; }
+};
+
+TEST(Contract, AnObserverGetsAllGradientsInSlots) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    twin.runtime->add_observer(std::make_shared<NeedsSlots>());
+    use_summing_layers(twin);
+    twin.run([](Lab& model, const Twin& twin, int rank) {
+      for (const int m : {0, 1}) {
+        if (&model == &twin.sharded) {
+          twin.runtime->set_is_last_microbatch(m == 1);
+        }
+        twin.backward(model(twin.input(rank, m)));
+      }
+    });
+    if (twin.world == 1) {
+      EXPECT_FALSE(last_target_is_in_sum(twin));
+    }
+    twin.update();
   });
 }
 

@@ -117,6 +117,22 @@ struct CrossEntropy {
 };
 void cross_entropy(const CrossEntropy& args, cudaStream_t stream);
 
+/// table[ids[t]] += rows[order[t]] for each token t, summed in float32.
+struct AddTokenRows {
+  static constexpr int kPiece = 64;
+
+  const void* rows;           ///< [tokens, dim]
+  const std::int64_t* ids;    ///< [tokens], ascending
+  const std::int64_t* order;  ///< [tokens]
+  float* table;               ///< [table_rows, dim]
+  float* pieces;              ///< [2 * ceil(tokens / kPiece), dim], scratch
+  std::int64_t tokens;
+  std::int64_t dim;
+  std::int64_t table_rows;  ///< larger ids are skipped
+  Dtype dtype;              ///< of `rows`
+};
+void add_token_rows(const AddTokenRows& args, cudaStream_t stream);
+
 struct SampleDropout {
   const void* x;                ///< [rows, dim]
   const std::int64_t* samples;  ///< of each seq_len rows
