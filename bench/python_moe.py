@@ -7,7 +7,8 @@ of transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW
 "compiled": blocks are compiled. "experts": flatshard.expert_parallel over --ep ranks.
 With --microbatches, --no-sync reduces gradients only with the last one of a step.
 "overlap": overlap_microbatches also runs the microbatches of a step. "own AdamW": AdamW
-of flatshard.optim. Each pair runs both ways, the first one first in every other pair,
+of flatshard.optim. "unsharded" is the model on one GPU without a library, with bfloat16
+weights, gradients and AdamW states: what no library can pass by much. Each pair runs both ways, the first one first in every other pair,
 each with a new model. Prints the median step of each run, the ratio second / first of
 each pair and the median ratio; --out has all of it as JSON. `--tiny` is for CPUs: it
 shows that the script works, and nothing about speed.
@@ -15,6 +16,7 @@ shows that the script works, and nothing about speed.
 
 import functools
 import itertools
+import os
 import statistics
 from pathlib import Path
 
@@ -33,6 +35,8 @@ from harness.tables import by_turns, ratios
 
 # Options of fully_shard. The library is the first word.
 WAYS = {
+    "unsharded eager": {},
+    "unsharded compiled": {},
     "fsdp2 eager": {},
     "fsdp2 compiled": {},
     "flatshard eager": {},
@@ -53,6 +57,10 @@ TINY |= {"experts": 4, "top_k": 2, "ffn": 16, "vocab": 64, "warmup": 1, "steps":
 
 def spreads(way):
     return "experts" in way or "overlap" in way
+
+
+def is_sharded(way):
+    return not way.startswith("unsharded")
 
 
 def build(way, args, mesh):
@@ -78,6 +86,19 @@ def build(way, args, mesh):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
+    if is_sharded(way):
+        shard(model, way, args, mesh)
+    else:
+        model.bfloat16()
+    if "compiled" in way:
+        # Rows of an expert are counted in the block.
+        torch._dynamo.config.capture_scalar_outputs = True
+        for layer in model.model.layers:
+            layer.compile()
+    return model
+
+
+def shard(model, way, args, mesh):
     fully_shard = fully_shard_of(way.split()[0])
     if spreads(way):
         meshes = flatshard.moe_meshes(mesh, ep=args.ep)
@@ -90,12 +111,6 @@ def build(way, args, mesh):
     if "overlap" in way:  # a unit of several modules cannot run in a schedule
         tail = model.lm_head
     shard_decoder(fully_shard, model, inner.embed_tokens, inner.layers, tail)
-    if "compiled" in way:
-        # Rows of an expert are counted in the block.
-        torch._dynamo.config.capture_scalar_outputs = True
-        for layer in inner.layers:
-            layer.compile()
-    return model
 
 
 def train(way, args, mesh):
@@ -108,7 +123,7 @@ def train(way, args, mesh):
         calls = itertools.count(1)
 
         def forward():
-            if args.no_sync:
+            if args.no_sync and is_sharded(way):
                 model.set_requires_gradient_sync(next(calls) % n == 0)
             with fused_attention(device):
                 return model(**batch).loss / n
@@ -133,6 +148,9 @@ def parse():
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and not all(map(is_sharded, args.ways)):
+        parser.error(f"unsharded: expected one rank, got {world}")
     if int(transformers.__version__.split(".")[0]) < 5:
         parser.error(
             f"expected transformers 5, which has grouped_mm experts, found "

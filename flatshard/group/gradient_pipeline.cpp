@@ -105,9 +105,8 @@ void GradientPipeline::replan() {
   redistributions_.clear();
 }
 
-std::optional<GradientPipeline::OpenSum> GradientPipeline::open_sum(
-    bool collective,
-    bool is_last) {
+std::optional<GradientPipeline::OpenSum>
+GradientPipeline::open_sum(bool collective, bool is_last, bool may_allocate) {
   const ParamGroupOptions& options = context_.options;
   const at::ScalarType dtype = options.precision.main_grads;
   if (options.scaling == GradScaling::pre_scaled || dtype != at::kFloat) {
@@ -125,7 +124,7 @@ std::optional<GradientPipeline::OpenSum> GradientPipeline::open_sum(
       (is_last || !context_.plan.storage.sums_inner) && !inner_.is_filled &&
       !has_outer_stage() &&
       redistribution(Stage::unreduced, Stage::rest)->is_identity();
-  if (!is_only_added) {
+  if (!is_only_added || (!may_allocate && !reduced_.exists())) {
     return std::nullopt;
   }
   // Before space is made: without a reduction, an old sum has to stay.
@@ -368,6 +367,7 @@ void GradientPipeline::zero() {
   reduced_.drop();
   contributes_.clear();
   contributed_.clear();
+  reduced_to_sum_.clear();
   local_ = {};
   inner_ = {};
   space_.reset();

@@ -48,7 +48,18 @@ class GradientPipeline {
   /// gradient in the slot is to add it there: without a collective, a hook, a
   /// division or another dtype. Allocates like plan.
   /// @param collective, is_last  of the next plan.
-  std::optional<OpenSum> open_sum(bool collective, bool is_last);
+  /// @param may_allocate  false: nullopt if the sum does not exist yet.
+  std::optional<OpenSum>
+  open_sum(bool collective, bool is_last, bool may_allocate = true);
+  /// A reduction of this step writes the part of parameter `index` to the sum,
+  /// so only reductions may: with several microbatches in flight, compute does
+  /// not wait for them.
+  void mark_reduced_to_sum(std::int64_t index) {
+    insert(reduced_to_sum_, index);
+  }
+  bool is_reduced_to_sum(std::int64_t index) const {
+    return index < std::ssize(reduced_to_sum_) && reduced_to_sum_[index] != 0;
+  }
   /// The gradient of parameter `index` was added to the open sum. The next
   /// reduction does not read its part of the slot, or adds it as well.
   void mark_summed(std::int64_t index, bool is_in_slot) {
@@ -237,6 +248,7 @@ class GradientPipeline {
   ReducedGradient reduced_;
   IndexSet contributes_;
   IndexSet contributed_;
+  IndexSet reduced_to_sum_;
   std::vector<std::int64_t> summed_;
   std::vector<std::int64_t> summed_and_in_slot_;
   /// Arguments of open_sum since the last plan.

@@ -22,13 +22,14 @@ bool write_rows(
     bool accumulate,
     const at::Tensor& g,
     const at::Tensor& index) {
-  if (!cuda::supports(g) || grad.scalar_type() != at::kFloat) {
+  if (!cuda::supports(g) || grad.scalar_type() != at::kFloat ||
+      !grad.is_contiguous()) {
     return false;
   }
   if (!accumulate) {
     grad.zero_();
   }
-  cuda::add_token_rows(grad, index, g);
+  cuda::add_token_rows(grad, index, g.contiguous());
   return true;
 }
 

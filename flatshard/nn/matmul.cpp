@@ -167,10 +167,10 @@ void wgrad_product(
   }
 }
 
-// Matmuls on a GPU sum 16-bit and FP8 operands in float32. On CPUs the sum of a
-// microbatch is rounded first, so that a reduction may as well add it.
+// Matmuls on a GPU sum bfloat16 and FP8 operands in float32. On CPUs the sum of
+// a microbatch is rounded first, so that a reduction may as well add it.
 bool adds_to_float32(const at::Tensor& weight) {
-  return weight.is_cuda() && at::isReducedFloatingType(weight.scalar_type());
+  return weight.is_cuda() && weight.scalar_type() == at::kBFloat16;
 }
 
 }  // namespace

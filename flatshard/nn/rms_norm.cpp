@@ -167,8 +167,9 @@ at::Tensor deliver_norm_wgrad(
     const ModuleContextPtr& context,
     const at::Tensor& weight,
     const at::Tensor& dw) {
+  const bool has_partials = cuda::supports(dw) && dw.dim() == 2;
   const auto write = [&](at::Tensor& grad, bool accumulate) {
-    if (cuda::supports(dw)) {
+    if (has_partials) {
       cuda::rms_norm_weight_gradient(dw, grad, accumulate);
     } else {
       accumulate ? grad.add_(dw) : grad.copy_(dw);
@@ -184,7 +185,7 @@ at::Tensor deliver_norm_wgrad(
       weight,
       compute,
       write,
-      /*adds_to_float32=*/cuda::supports(dw));
+      /*adds_to_float32=*/has_partials);
 }
 
 }  // namespace flatshard::nn

@@ -293,11 +293,17 @@ std::optional<nn::WgradTarget> RuntimeCore::sum_target(ParameterRef parameter) {
   if (observers.need_gradient_slots()) {
     return std::nullopt;
   }
-  const Action next = step.scheduler.next_reduction(parameter.unit);
+  const Scheduler& scheduler = step.scheduler;
+  const Action next = scheduler.next_reduction(parameter.unit);
+  // The gradients of a tied head come first, and a root is reduced last: a sum
+  // would need memory in all of the backward.
+  const bool may_allocate =
+      !next.is_last || !scheduler.has_children(parameter.unit);
   return units[parameter.unit]->gradients().sum_target(
       parameter.index,
       /*collective=*/next.kind == ActionKind::reduce,
-      next.is_last);
+      next.is_last,
+      may_allocate);
 }
 
 void RuntimeCore::record(const Action& action) {

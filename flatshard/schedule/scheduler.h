@@ -74,6 +74,8 @@ class Scheduler {
   /// Returns the reduction of the gradients that the running backward computes
   /// for `unit`.
   Action next_reduction(UnitId unit) const;
+  /// Units with children are reduced at the end of the outermost backward.
+  bool has_children(UnitId unit) const { return has_children_[unit]; }
 
   bool operator==(const Scheduler&) const = default;
 

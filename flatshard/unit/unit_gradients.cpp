@@ -56,12 +56,18 @@ nn::WgradTarget UnitGradients::target(const SlotView& slot, std::size_t index) {
       /*accumulate=*/arrival.is_in_slot};
 }
 
-std::optional<nn::WgradTarget>
-UnitGradients::sum_target(std::size_t index, bool collective, bool is_last) {
+std::optional<nn::WgradTarget> UnitGradients::sum_target(
+    std::size_t index,
+    bool collective,
+    bool is_last,
+    bool may_allocate) {
   const UnitParameter& p = parameters_[index];
   GradientPipeline& gradients = groups_[p.group]->gradients();
+  if (gradients.is_reduced_to_sum(p.index)) {
+    return std::nullopt;
+  }
   const std::optional<GradientPipeline::OpenSum> sum =
-      gradients.open_sum(collective, is_last);
+      gradients.open_sum(collective, is_last, may_allocate);
   if (!sum) {
     return std::nullopt;
   }
@@ -109,6 +115,9 @@ void UnitGradients::finish(const SlotView& slot) {
     }
     if (arrival.is_in_sum) {
       gradients.mark_summed(p.index, arrival.is_in_slot || is_pending);
+    }
+    if (!arrival.is_in_sum || arrival.is_in_slot || is_pending) {
+      gradients.mark_reduced_to_sum(p.index);
     }
     if (is_pending && arrival.is_in_slot) {
       view(slot, p).add_(arrival.pending);

@@ -36,8 +36,11 @@ class UnitGradients {
   /// Returns the sum of the step's microbatches, if nothing has to happen to
   /// this rank's gradient before it is added there; see
   /// GradientPipeline::open_sum.
-  std::optional<nn::WgradTarget>
-  sum_target(std::size_t index, bool collective, bool is_last);
+  std::optional<nn::WgradTarget> sum_target(
+      std::size_t index,
+      bool collective,
+      bool is_last,
+      bool may_allocate = true);
   /// A layer wrote it to the last target that it got.
   void mark_written(std::size_t index) {
     Arrival& arrival = arrivals_[index];

@@ -466,6 +466,17 @@ TEST(Graphs, WhatTheyDoNotGoWithIsRefusedByName) {
   });
 }
 
+// Eager steps before a capture and after a resume round gradients as replays
+// do.
+TEST(Graphs, OfRegionsKeepGradientsInSlots) {
+  for (const bool whole_step : {false, true}) {
+    GraphTraining training({.whole_step = whole_step}, Mesh::single(at::kCPU));
+    EXPECT_EQ(
+        training.runtime().core().observers.need_gradient_slots(),
+        !whole_step);
+  }
+}
+
 // The full matrix on one rank: build/tests/graphs_test
 // --gtest_also_run_disabled_tests --gtest_filter='*WholeMatrix*'
 TEST(GraphMatrix, DISABLED_WholeMatrix) {

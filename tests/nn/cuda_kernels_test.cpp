@@ -484,6 +484,19 @@ TEST_P(CudaKernels, LinearAndEmbeddingIntoTheSink) {
   }
 }
 
+TEST_P(CudaKernels, EmbeddingOfAPartOfATensor) {
+  const at::Tensor table = leaf({50, 64});
+  const at::Tensor tokens = at::randint(50, {3, 5}, generator_, at::kLong);
+  const at::Tensor g = gradient({3, 5, 128}).narrow(-1, 64, 64);
+  const at::Tensor te = exact(table);
+  at::embedding(te, tokens).backward(g.cpu().to(at::kDouble));
+  const auto sink = std::make_shared<FakeSink>(at::kFloat);
+  const auto context = c10::make_intrusive<ModuleContext>();
+  context->wgrad_sink = sink;
+  nn::embedding(tokens.to(at::kCUDA), table, context).backward(g);
+  EXPECT_LE(relative_error(sink->grad(table).cpu(), te.grad()), tolerance());
+}
+
 TEST_P(CudaKernels, RowsOfTokensAreAddedToATable) {
   constexpr std::int64_t kTableRows = 40;
   // At most 64 and 16 additions of half a unit each, and the sum of magnitudes

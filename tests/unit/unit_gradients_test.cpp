@@ -111,6 +111,8 @@ TEST(UnitGradients, LayersOverwriteFirstAndThenAdd) {
 TEST(UnitGradients, LayersAddToTheSumOfMicrobatches) {
   with_gradients([](Gradients& g) {
     ParamGroup& group = *g.contents.groups.front();
+    EXPECT_FALSE(g.gradients.sum_target(0, true, true, /*may_allocate=*/false)
+                     .has_value());
     for (const float step : {1.0F, 2.0F}) {
       const auto target =
           g.gradients.sum_target(0, /*collective=*/true, /*is_last=*/true);
@@ -137,6 +139,9 @@ TEST(UnitGradients, LayersAddToTheSumOfMicrobatches) {
       const std::int64_t index = g.contents.parameters[i].index;
       return sum.narrow(0, group.layout().tensor_offset(index), 3);
     };
+    // Their parts of slots were reduced to the sum, until the next step.
+    EXPECT_FALSE(g.gradients.sum_target(0, true, true).has_value());
+    EXPECT_FALSE(g.gradients.sum_target(1, true, true).has_value());
     EXPECT_TRUE(of(0).equal(at::full({3}, 43.0F)));
     EXPECT_TRUE(of(1).equal(at::full({3}, 3.0F)));
     EXPECT_TRUE(group.gradients().contributed(0));
