@@ -320,12 +320,18 @@ __device__ inline void multiply_tiles(
   }
 }
 
+// Older GPUs have no clusters.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define FLATSHARD_PAIRS
+#else
+#define FLATSHARD_PAIRS __cluster_dims__(kPair, 1, 1)
+#endif
+
 template <class Matmul>
-__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
-    matmul_kernel(
-        const __grid_constant__ CUtensorMap a,
-        const __grid_constant__ CUtensorMap b,
-        const __grid_constant__ typename Matmul::Args args) {
+__global__ void FLATSHARD_PAIRS __launch_bounds__(kThreads, 1) matmul_kernel(
+    const __grid_constant__ CUtensorMap a,
+    const __grid_constant__ CUtensorMap b,
+    const __grid_constant__ typename Matmul::Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ std::uint8_t raw[];
   const typename Matmul::Shared shared(raw);
