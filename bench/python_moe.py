@@ -8,10 +8,10 @@ of transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW
 With --microbatches, --no-sync reduces gradients only with the last one of a step.
 "overlap": overlap_microbatches also runs the microbatches of a step. "own AdamW": AdamW
 of flatshard.optim. "unsharded" is the model on one GPU without a library, with bfloat16
-weights, gradients and AdamW states: what no library can pass by much. Each pair runs both ways, the first one first in every other pair,
-each with a new model. Prints the median step of each run, the ratio second / first of
-each pair and the median ratio; --out has all of it as JSON. `--tiny` is for CPUs: it
-shows that the script works, and nothing about speed.
+weights, gradients and AdamW states: a bound for each library. Each pair runs both ways,
+the first one first in every other pair, each with a new model. Prints the median step of
+each run, the ratio second / first of each pair and the median ratio; --out has all of it
+as JSON. `--tiny` is for CPUs: it shows that the script works, and nothing about speed.
 """
 
 import functools

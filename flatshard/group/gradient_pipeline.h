@@ -58,7 +58,7 @@ class GradientPipeline {
     insert(reduced_to_sum_, index);
   }
   bool is_reduced_to_sum(std::int64_t index) const {
-    return index < std::ssize(reduced_to_sum_) && reduced_to_sum_[index] != 0;
+    return contains(reduced_to_sum_, index);
   }
   /// The gradient of parameter `index` was added to the open sum. The next
   /// reduction does not read its part of the slot, or adds it as well.
@@ -155,7 +155,7 @@ class GradientPipeline {
   /// The same of parameter `index`: from this rank, or from another one that
   /// mark_others_contributed named.
   bool contributed(std::int64_t index) const {
-    return index < std::ssize(contributed_) && contributed_[index] != 0;
+    return contains(contributed_, index);
   }
   /// Marks that another rank had one for such a reduction.
   void mark_others_contributed(std::int64_t index) {
@@ -222,6 +222,9 @@ class GradientPipeline {
     rest,       ///< all
   };
 
+  static bool contains(const IndexSet& indices, std::int64_t index) {
+    return index < std::ssize(indices) && indices[index] != 0;
+  }
   static void insert(IndexSet& indices, std::int64_t index) {
     if (index >= std::ssize(indices)) {
       indices.resize(index + 1);

@@ -113,10 +113,11 @@ void UnitGradients::finish(const SlotView& slot) {
     if (arrival.is_in_slot || arrival.is_in_sum || is_pending) {
       gradients.mark_contributed(p.index);
     }
+    const bool is_in_slot = arrival.is_in_slot || is_pending;
     if (arrival.is_in_sum) {
-      gradients.mark_summed(p.index, arrival.is_in_slot || is_pending);
+      gradients.mark_summed(p.index, is_in_slot);
     }
-    if (!arrival.is_in_sum || arrival.is_in_slot || is_pending) {
+    if (is_in_slot || !arrival.is_in_sum) {
       gradients.mark_reduced_to_sum(p.index);
     }
     if (is_pending && arrival.is_in_slot) {

@@ -7,6 +7,7 @@
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/optim/grad_norm.h"
+#include "tests/runtime/gradients_in_slots.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -160,12 +161,6 @@ int GraphCase::world() const {
       std::int64_t{1},
       std::multiplies<>()));
 }
-
-// Graphs of regions write gradients to slots. With this eager steps round them
-// alike: otherwise layers on GPUs add to the sum of microbatches.
-struct GradientsInSlots : GradientObserver {
-  bool needs_slots() const override { return true; }
-};
 
 GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
     : case_(c), mesh_(std::move(mesh)), model_(std::make_unique<Model>()) {

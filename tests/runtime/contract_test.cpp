@@ -1,5 +1,6 @@
 // A program's actions between forward, backward and step: each test runs one on
 // a sharded model and on its plain twin and compares.
+#include "tests/runtime/gradients_in_slots.h"
 #include "tests/runtime/twin.h"
 
 #include "flatshard/comm/forwarding_communicator.h"
@@ -20,6 +21,7 @@ using testing::CellImpl;
 using testing::check;
 using testing::for_strategies;
 using testing::forward_backward;
+using testing::GradientsInSlots;
 using testing::Lab;
 using testing::LabImpl;
 using testing::RankContext;
@@ -176,14 +178,10 @@ TEST(Contract, LayersAddToTheSumOfMicrobatches) {
   });
 }
 
-struct NeedsSlots : GradientObserver {
-  bool needs_slots() const override { return true; }
-};
-
 TEST(Contract, AnObserverGetsAllGradientsInSlots) {
   for_strategies([&](const RankContext& context, FullyShardOptions options) {
     Twin twin(context, {}, options);
-    twin.runtime->add_observer(std::make_shared<NeedsSlots>());
+    twin.runtime->add_observer(std::make_shared<GradientsInSlots>());
     use_summing_layers(twin);
     twin.run([](Lab& model, const Twin& twin, int rank) {
       for (const int m : {0, 1}) {

@@ -47,6 +47,23 @@ __device__ inline float block_sum(float v, float* scratch) {
   return total;
 }
 
+/// Calls run<T> with the type of `dtype`.
+template <class Run>
+void with_type(Dtype dtype, const Run& run) {
+  dtype == Dtype::f32 ? run.template operator()<float>()
+                      : run.template operator()<__nv_bfloat16>();
+}
+
+/// Calls run<T, N>. N elements are 16 bytes if rows of `dim` elements are a
+/// multiple of that, and all pointers are `aligned`; otherwise N is 1.
+template <class Run>
+void with_pack(Dtype dtype, std::int64_t dim, bool aligned, const Run& run) {
+  with_type(dtype, [&]<class T>() {
+    aligned&& dim % kWide<T> == 0 ? run.template operator()<T, kWide<T>>()
+                                  : run.template operator()<T, 1>();
+  });
+}
+
 inline int divide_up(std::int64_t a, std::int64_t b) {
   return static_cast<int>(ceil_div(a, b));
 }

@@ -118,29 +118,17 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-template <class T>
-void launch(const CrossEntropy& a, cudaStream_t stream) {
-  const bool wide = a.vocab % kWide<T> == 0 && aligned16(a.logits);
-  const std::int64_t packs = wide ? a.vocab / kWide<T> : a.vocab;
-  const int threads = packs >= 1024 ? 1024 : divide_up(packs, 32) * 32;
-  if (wide) {
-    cross_entropy_kernel<T, kWide<T>><<<a.rows, threads, 0, stream>>>(a);
-  } else {
-    cross_entropy_kernel<T, 1><<<a.rows, threads, 0, stream>>>(a);
-  }
-}
-
 }  // namespace
 
 void cross_entropy(const CrossEntropy& a, cudaStream_t stream) {
   if (a.rows == 0) {
     return;
   }
-  if (a.dtype == Dtype::f32) {
-    launch<float>(a, stream);
-  } else {
-    launch<__nv_bfloat16>(a, stream);
-  }
+  with_pack(a.dtype, a.vocab, aligned16(a.logits), [&]<class T, int N>() {
+    const std::int64_t packs = a.vocab / N;
+    const int threads = packs >= 1024 ? 1024 : divide_up(packs, 32) * 32;
+    cross_entropy_kernel<T, N><<<a.rows, threads, 0, stream>>>(a);
+  });
 }
 
 }  // namespace flatshard::nn::kernels

@@ -44,31 +44,20 @@ __global__ void rope_kernel(const Rope a) {
   store<T, N>(static_cast<T*>(a.out) + at + half, second);
 }
 
-template <class T>
-void launch(const Rope& a, cudaStream_t stream) {
+}  // namespace
+
+void rope(const Rope& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
   const std::int64_t half = a.head_dim / 2;
-  const bool wide = half % kWide<T> == 0 && aligned16(a.x) && aligned16(a.out);
   const std::int64_t items = a.tokens * a.heads * half;
   if (items == 0) {
     return;
   }
-  if (wide) {
-    rope_kernel<T, kWide<T>>
-        <<<divide_up(items / kWide<T>, kThreads), kThreads, 0, stream>>>(a);
-  } else {
-    rope_kernel<T, 1><<<divide_up(items, kThreads), kThreads, 0, stream>>>(a);
-  }
-}
-
-}  // namespace
-
-void rope(const Rope& a, cudaStream_t stream) {
-  if (a.dtype == Dtype::f32) {
-    launch<float>(a, stream);
-  } else {
-    launch<__nv_bfloat16>(a, stream);
-  }
+  const bool aligned = aligned16(a.x) && aligned16(a.out);
+  with_pack(a.dtype, half, aligned, [&]<class T, int N>() {
+    rope_kernel<T, N>
+        <<<divide_up(items / N, kThreads), kThreads, 0, stream>>>(a);
+  });
 }
 
 }  // namespace flatshard::nn::kernels

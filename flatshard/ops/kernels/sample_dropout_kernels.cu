@@ -55,14 +55,13 @@ void sample_dropout(const SampleDropout& args, cudaStream_t stream) {
   const bool wide =
       args.dim % 4 == 0 && aligned16(args.x) && aligned16(args.out);
   const int each = wide ? 4 : 1;
-  const auto run = [&]<class T>(T) {
+  with_type(args.dtype, [&]<class T>() {
     const dim3 grid(
         static_cast<unsigned>(args.rows),
         divide_up(divide_up(args.dim, each), kThreads));
     wide ? sample_dropout_kernel<T, 4><<<grid, kThreads, 0, stream>>>(args)
          : sample_dropout_kernel<T, 1><<<grid, kThreads, 0, stream>>>(args);
-  };
-  args.dtype == Dtype::f32 ? run(float{}) : run(__nv_bfloat16{});
+  });
 }
 
 }  // namespace flatshard::nn::kernels

@@ -131,7 +131,7 @@ void swiglu_forward(
     return;
   }
   const bool wide = aligned16(gate) && aligned16(up) && aligned16(y);
-  const auto run = [&]<class T>(T) {
+  with_type(dtype, [&]<class T>() {
     launch<T>(numel, wide, amax, [&]<int N, bool Amax>(int grid) {
       swiglu_forward_kernel<T, N, Amax><<<grid, kThreads, 0, stream>>>(
           static_cast<const T*>(gate),
@@ -140,8 +140,7 @@ void swiglu_forward(
           numel,
           amax);
     });
-  };
-  dtype == Dtype::f32 ? run(float{}) : run(__nv_bfloat16{});
+  });
 }
 
 void swiglu_backward(
@@ -160,7 +159,7 @@ void swiglu_backward(
   }
   const bool wide = aligned16(dy) && aligned16(gate) && aligned16(up) &&
                     aligned16(dgate) && aligned16(dup) && aligned16(product);
-  const auto run = [&]<class T>(T) {
+  with_type(dtype, [&]<class T>() {
     launch<T>(numel, wide, amax, [&]<int N, bool Amax>(int grid) {
       swiglu_backward_kernel<T, N, Amax><<<grid, kThreads, 0, stream>>>(
           static_cast<const T*>(dy),
@@ -172,8 +171,7 @@ void swiglu_backward(
           numel,
           amax);
     });
-  };
-  dtype == Dtype::f32 ? run(float{}) : run(__nv_bfloat16{});
+  });
 }
 
 }  // namespace flatshard::nn::kernels

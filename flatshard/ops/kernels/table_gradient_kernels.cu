@@ -124,28 +124,18 @@ void launch(const AddTokenRows& a, cudaStream_t stream) {
   }
 }
 
-template <class T>
-void launch(const AddTokenRows& a, cudaStream_t stream) {
-  constexpr int kPack = 4;  // 16 bytes of the table
-  if (a.dim % kPack == 0 && aligned16(a.rows) && aligned16(a.table) &&
-      aligned16(a.pieces)) {
-    launch<T, kPack>(a, stream);
-  } else {
-    launch<T, 1>(a, stream);
-  }
-}
-
 }  // namespace
 
 void add_token_rows(const AddTokenRows& a, cudaStream_t stream) {
   if (a.tokens == 0 || a.dim == 0) {
     return;
   }
-  if (a.dtype == Dtype::f32) {
-    launch<float>(a, stream);
-  } else {
-    launch<__nv_bfloat16>(a, stream);
-  }
+  constexpr int kPack = 4;  // 16 bytes of the table
+  const bool wide = a.dim % kPack == 0 && aligned16(a.rows) &&
+                    aligned16(a.table) && aligned16(a.pieces);
+  with_type(a.dtype, [&]<class T>() {
+    wide ? launch<T, kPack>(a, stream) : launch<T, 1>(a, stream);
+  });
 }
 
 }  // namespace flatshard::nn::kernels
