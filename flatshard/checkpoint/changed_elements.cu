@@ -1,6 +1,7 @@
 #include "flatshard/checkpoint/changed_elements_kernels.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
+#include "flatshard/device/with_float_dtype.cuh"
 
 #include <cstring>
 #include <type_traits>
@@ -246,19 +247,6 @@ void compare(const CompareElements& args, cudaStream_t stream) {
       kThreads,
       0,
       stream>>>(args);
-}
-
-// Calls `run` with a value of the dtype.
-template <class Run>
-void with_dtype(ElementDtype dtype, Run run) {
-  switch (dtype) {
-    case ElementDtype::float32:
-      return run(float{});
-    case ElementDtype::bfloat16:
-      return run(__nv_bfloat16{});
-    case ElementDtype::float16:
-      return run(__half{});
-  }
 }
 
 }  // namespace

@@ -3,28 +3,14 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/float_dtype_of.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/device/memory.h"
 
 #include <ATen/ATen.h>
 
-#include <optional>
-
 namespace flatshard::detail {
 namespace {
-
-std::optional<kernels::ElementDtype> dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return kernels::ElementDtype::float32;
-    case at::kBFloat16:
-      return kernels::ElementDtype::bfloat16;
-    case at::kHalf:
-      return kernels::ElementDtype::float16;
-    default:
-      return {};
-  }
-}
 
 std::uint32_t* words(const at::Tensor& marks) {
   return reinterpret_cast<std::uint32_t*>(
@@ -39,7 +25,8 @@ std::uint16_t* shorts(const at::Tensor& offsets) {
 }  // namespace
 
 bool cuda_compares(const at::Tensor& now, const at::Tensor& copy) {
-  return now.is_cuda() && dtype_of(now) && dtype_of(copy);
+  return now.is_cuda() && find_float_dtype(now.scalar_type()) &&
+         find_float_dtype(copy.scalar_type());
 }
 
 ChangedElements cuda_compare_elements(
@@ -77,8 +64,8 @@ ChangedElements cuda_compare_elements(
       {.now = now.const_data_ptr(),
        .copy = copy.mutable_data_ptr(),
        .numel = now.numel(),
-       .now_dtype = *dtype_of(now),
-       .copy_dtype = *dtype_of(copy),
+       .now_dtype = float_dtype_of(now.scalar_type()),
+       .copy_dtype = float_dtype_of(copy.scalar_type()),
        .adds = earlier.defined(),
        .marks = words(changed.marks),
        .counts = counts.mutable_data_ptr<std::int64_t>(),

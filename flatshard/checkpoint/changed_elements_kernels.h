@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
+#include "flatshard/device/float_dtype.h"
+
 /// Kernels of changed_elements.h on raw device pointers; no torch here. Each
 /// queues on `stream` and returns. The caller checks the launch.
 namespace flatshard::kernels {
-
-enum class ElementDtype { float32, bfloat16, float16 };
 
 /// A warp compares a tile.
 constexpr std::int64_t kTileElements = 1024;
@@ -25,8 +25,8 @@ struct CompareElements {
   const void* now = nullptr;  ///< [numel]
   void* copy = nullptr;       ///< [numel]
   std::int64_t numel = 0;
-  ElementDtype now_dtype = ElementDtype::float32;
-  ElementDtype copy_dtype = ElementDtype::float32;
+  FloatDtype now_dtype = FloatDtype::float32;
+  FloatDtype copy_dtype = FloatDtype::float32;
   bool adds = false;                 ///< to the bits that `marks` has
   std::uint32_t* marks = nullptr;    ///< [tiles, kTileWords] 16-byte aligned
   std::int64_t* counts = nullptr;    ///< [tiles] of changes

@@ -36,8 +36,7 @@ std::uint64_t total_nbytes(const Manifest& manifest) {
   return nbytes;
 }
 
-void list(const std::string& text) {
-  const fs::path folder = checkpoints_of(text);
+std::vector<std::int64_t> checkpoints_in(const fs::path& folder) {
   const auto steps = list_checkpoints(folder);
   FLATSHARD_CHECK(
       !steps.empty(),
@@ -45,6 +44,12 @@ void list(const std::string& text) {
       "expected folders step-N with a {} in {}, found none",
       kManifestName,
       folder.string());
+  return steps;
+}
+
+void list(const std::string& text) {
+  const fs::path folder = checkpoints_of(text);
+  const auto steps = checkpoints_in(folder);
   const auto latest = latest_checkpoint(folder);
   for (const std::int64_t step : steps) {
     const Manifest manifest = read_manifest(step_folder(folder, step));
@@ -118,6 +123,17 @@ void verify(const std::string& folder, int num_threads) {
       gigabytes(nbytes) / seconds);
 }
 
+void prune(const std::string& text, std::int64_t keep) {
+  const fs::path folder = checkpoints_of(text);
+  checkpoints_in(folder);
+  const auto removed = prune_checkpoints(folder, keep);
+  fmt::print(
+      "removed {} checkpoints{}{}\n",
+      removed.size(),
+      removed.empty() ? "" : ": step ",
+      fmt::to_string(fmt::join(removed, ", ")));
+}
+
 }  // namespace
 
 void add_checkpoint_command(CLI::App& program) {
@@ -177,15 +193,7 @@ void add_checkpoint_command(CLI::App& program) {
   pruner->add_option("--keep", arguments->keep, "Number of checkpoints to keep")
       ->required()
       ->check(CLI::PositiveNumber);
-  pruner->callback([arguments] {
-    const auto removed =
-        prune_checkpoints(checkpoints_of(arguments->folder), arguments->keep);
-    fmt::print(
-        "removed {} checkpoints{}{}\n",
-        removed.size(),
-        removed.empty() ? "" : ": step ",
-        fmt::to_string(fmt::join(removed, ", ")));
-  });
+  pruner->callback([arguments] { prune(arguments->folder, arguments->keep); });
 }
 
 void add_export_command(CLI::App& program) {

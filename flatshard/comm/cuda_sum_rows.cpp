@@ -3,30 +3,10 @@
 
 #include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/sum_rows_kernel.h"
-#include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/float_dtype_of.h"
 
 namespace flatshard::detail {
-namespace {
-
-kernels::RowDtype row_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return kernels::RowDtype::float32;
-    case at::kBFloat16:
-      return kernels::RowDtype::bfloat16;
-    case at::kHalf:
-      return kernels::RowDtype::float16;
-    default:
-      FLATSHARD_THROW(
-          internal,
-          "expected rows of float32, bfloat16 or float16, got {}",
-          c10::toString(dtype));
-  }
-}
-
-}  // namespace
-
 void cuda_sum_rows(
     const at::Tensor& out,
     const at::Tensor& rows,
@@ -43,16 +23,15 @@ void cuda_sum_rows(
       out.mutable_data_ptr(),
       out.numel(),
       static_cast<float>(scale),
-      row_dtype(out.scalar_type()),
+      float_dtype_of(out.scalar_type()),
       c10::cuda::getCurrentCUDAStream()));
 }
 
 bool cuda_adds(const at::Tensor& into, const at::Tensor& from) {
-  const at::ScalarType dtype = from.scalar_type();
   return into.is_cuda() && from.is_cuda() && into.is_contiguous() &&
          from.is_contiguous() && into.numel() == from.numel() &&
          into.scalar_type() == at::kFloat &&
-         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+         find_float_dtype(from.scalar_type());
 }
 
 void cuda_add_scaled(
@@ -67,7 +46,7 @@ void cuda_add_scaled(
       into.numel(),
       static_cast<float>(scale),
       add,
-      row_dtype(from.scalar_type()),
+      float_dtype_of(from.scalar_type()),
       c10::cuda::getCurrentCUDAStream()));
 }
 

@@ -1,6 +1,7 @@
 #include "flatshard/comm/sum_rows_kernel.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
+#include "flatshard/device/with_float_dtype.cuh"
 
 namespace flatshard::kernels {
 namespace {
@@ -181,33 +182,14 @@ cudaError_t sum_rows(
     void* out,
     std::int64_t numel,
     float scale,
-    RowDtype dtype,
+    FloatDtype dtype,
     cudaStream_t stream) {
   if (numel == 0) {
     return cudaSuccess;
   }
-  switch (dtype) {
-    case RowDtype::float32:
-      launch<
-          float>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
-      break;
-    case RowDtype::bfloat16:
-      launch<__nv_bfloat16>(
-          rows,
-          stride,
-          num_rows,
-          rank,
-          own,
-          out,
-          numel,
-          scale,
-          stream);
-      break;
-    case RowDtype::float16:
-      launch<
-          __half>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
-      break;
-  }
+  with_dtype(dtype, [&]<class T>(T) {
+    launch<T>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
+  });
   return cudaGetLastError();
 }
 
@@ -217,22 +199,14 @@ cudaError_t add_scaled(
     std::int64_t numel,
     float scale,
     bool add,
-    RowDtype dtype,
+    FloatDtype dtype,
     cudaStream_t stream) {
   if (numel == 0) {
     return cudaSuccess;
   }
-  switch (dtype) {
-    case RowDtype::float32:
-      launch_add<float>(into, from, numel, scale, add, stream);
-      break;
-    case RowDtype::bfloat16:
-      launch_add<__nv_bfloat16>(into, from, numel, scale, add, stream);
-      break;
-    case RowDtype::float16:
-      launch_add<__half>(into, from, numel, scale, add, stream);
-      break;
-  }
+  with_dtype(dtype, [&]<class T>(T) {
+    launch_add<T>(into, from, numel, scale, add, stream);
+  });
   return cudaGetLastError();
 }
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace flatshard::kernels {
+#include "flatshard/device/float_dtype.h"
 
-enum class RowDtype { float32, bfloat16, float16 };
+namespace flatshard::kernels {
 
 /// out[i] = scale * (rows[0][i] + rows[1][i] + ...), added in float32 in this
 /// order and rounded once.
@@ -23,7 +23,7 @@ cudaError_t sum_rows(
     void* out,
     std::int64_t numel,
     float scale,
-    RowDtype dtype,
+    FloatDtype dtype,
     cudaStream_t stream);
 
 /// into[i] = scale * from[i], or into[i] + scale * from[i].
@@ -35,7 +35,7 @@ cudaError_t add_scaled(
     std::int64_t numel,
     float scale,
     bool add,
-    RowDtype dtype,
+    FloatDtype dtype,
     cudaStream_t stream);
 
 }  // namespace flatshard::kernels

@@ -1,8 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "flatshard/core/rounding.h"
+#include "flatshard/device/pack.cuh"
 #include "flatshard/device/philox_rounds.cuh"
+#include "flatshard/device/with_float_dtype.cuh"
 #include "flatshard/group/draw.h"
 #include "flatshard/group/initializer_kernel.h"
 
@@ -10,16 +9,6 @@ namespace flatshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-
-__device__ void store(float* to, float value) {
-  *to = value;
-}
-__device__ void store(__nv_bfloat16* to, float value) {
-  *to = __float2bfloat16_rn(value);
-}
-__device__ void store(__half* to, float value) {
-  *to = __float2half_rn(value);
-}
 
 // A thread draws one block of a run. The first and the last block of a run may
 // have elements outside the run.
@@ -59,7 +48,7 @@ __global__ void draw_runs_kernel(
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (first + i >= 0 && first + i < runs.numel) {
-      store(to + i, values[i]);
+      to[i] = from_float<T>(values[i]);
     }
   }
 }
@@ -68,7 +57,7 @@ __global__ void draw_runs_kernel(
 
 cudaError_t draw_runs(
     void* out,
-    DrawDtype dtype,
+    FloatDtype dtype,
     std::uint64_t key,
     const InitSpec& spec,
     const DrawnRuns& runs,
@@ -77,21 +66,14 @@ cudaError_t draw_runs(
   const std::int64_t blocks_per_run = runs.numel / 4 + 2;
   const auto grid =
       static_cast<unsigned>(ceil_div(runs.size * blocks_per_run, kThreads));
-  const auto run = [&]<class T>(T* to) {
+  with_dtype(dtype, [&]<class T>(T) {
     draw_runs_kernel<<<grid, kThreads, 0, stream>>>(
-        to,
+        static_cast<T*>(out),
         key,
         spec,
         runs,
         blocks_per_run);
-  };
-  if (dtype == DrawDtype::float32) {
-    run(static_cast<float*>(out));
-  } else if (dtype == DrawDtype::bfloat16) {
-    run(static_cast<__nv_bfloat16*>(out));
-  } else {
-    run(static_cast<__half*>(out));
-  }
+  });
   return cudaPeekAtLastError();
 }
 

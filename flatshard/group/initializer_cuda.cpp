@@ -1,5 +1,5 @@
-#include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/float_dtype_of.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/group/initializer_backend.h"
 #include "flatshard/group/initializer_kernel.h"
@@ -9,22 +9,6 @@
 
 namespace flatshard::detail {
 namespace {
-
-kernels::DrawDtype dtype_of(const at::Tensor& out) {
-  switch (out.scalar_type()) {
-    case at::kFloat:
-      return kernels::DrawDtype::float32;
-    case at::kBFloat16:
-      return kernels::DrawDtype::bfloat16;
-    case at::kHalf:
-      return kernels::DrawDtype::float16;
-    default:
-      FLATSHARD_THROW(
-          internal,
-          "expected weights of float32, bfloat16 or float16, got {}",
-          c10::toString(out.scalar_type()));
-  }
-}
 
 /// Returns the first element of each run, on the device.
 at::Tensor begins_of(const FlatRuns& runs, at::Device device) {
@@ -49,7 +33,7 @@ void draw_cuda(
       is_one ? at::Tensor() : begins_of(runs, out.device());
   kernels::draw_runs(
       out.mutable_data_ptr(),
-      dtype_of(out),
+      float_dtype_of(out.scalar_type()),
       key,
       spec,
       {.begins = is_one ? nullptr : begins.const_data_ptr<std::int64_t>(),

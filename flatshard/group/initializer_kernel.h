@@ -5,10 +5,9 @@
 #include <cstdint>
 
 #include "flatshard/core/init_spec.h"
+#include "flatshard/device/float_dtype.h"
 
 namespace flatshard::kernels {
-
-enum class DrawDtype { float32, bfloat16, float16 };
 
 /// The elements of a box: runs of a flattened parameter, one after the other.
 struct DrawnRuns {
@@ -22,7 +21,7 @@ struct DrawnRuns {
 /// @param out  [runs.size * runs.numel] on the GPU.
 cudaError_t draw_runs(
     void* out,
-    DrawDtype dtype,
+    FloatDtype dtype,
     std::uint64_t key,
     const InitSpec& spec,
     const DrawnRuns& runs,

@@ -1,5 +1,6 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/philox_rounds.cuh"
+#include "flatshard/device/with_float_dtype.cuh"
 #include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update.cuh"
 #include "flatshard/optim/update_rules.h"
@@ -455,34 +456,25 @@ void launch_states(const FlatUpdatePointers& p, cudaStream_t stream) {
 template <class Grad>
 void dispatch_states(const FlatUpdatePointers& p, cudaStream_t stream) {
   using BFloat16 = __nv_bfloat16;
-  if (p.main_dtype == Dtype::bfloat16) {
+  if (p.main_dtype == FloatDtype::bfloat16) {
     return p.rounding_ranges != nullptr
                ? launch_states<BFloat16, Grad, NoCompute, true>(p, stream)
                : launch_states<BFloat16, Grad, NoCompute, false>(p, stream);
   }
-  switch (p.compute_dtype) {
-    case Dtype::none:
-      return launch_states<float, Grad, NoCompute, false>(p, stream);
-    case Dtype::float32:
-      return launch_states<float, Grad, float, false>(p, stream);
-    case Dtype::bfloat16:
-      return launch_states<float, Grad, BFloat16, false>(p, stream);
-    case Dtype::float16:
-      return launch_states<float, Grad, __half, false>(p, stream);
+  if (p.compute == nullptr) {
+    return launch_states<float, Grad, NoCompute, false>(p, stream);
   }
+  with_dtype(p.compute_dtype, [&]<class Compute>(Compute) {
+    launch_states<float, Grad, Compute, false>(p, stream);
+  });
 }
 
 }  // namespace
 
 void adamw_states(const FlatUpdatePointers& p, cudaStream_t stream) {
-  switch (p.grad_dtype) {
-    case Dtype::bfloat16:
-      return dispatch_states<__nv_bfloat16>(p, stream);
-    case Dtype::float16:
-      return dispatch_states<__half>(p, stream);
-    default:
-      return dispatch_states<float>(p, stream);
-  }
+  with_dtype(p.grad_dtype, [&]<class Grad>(Grad) {
+    dispatch_states<Grad>(p, stream);
+  });
 }
 
 }  // namespace flatshard::kernels

@@ -1,4 +1,5 @@
 #include "flatshard/core/rounding.h"
+#include "flatshard/device/with_float_dtype.cuh"
 #include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update.cuh"
 #include "flatshard/optim/update_rules.h"
@@ -226,28 +227,19 @@ void launch(const FlatUpdatePointers& p, cudaStream_t stream) {
 
 template <class Grad, class Rule>
 void launch_compute(const FlatUpdatePointers& p, cudaStream_t stream) {
-  switch (p.compute_dtype) {
-    case Dtype::none:
-      return launch<Grad, NoCompute, Rule>(p, stream);
-    case Dtype::float32:
-      return launch<Grad, float, Rule>(p, stream);
-    case Dtype::bfloat16:
-      return launch<Grad, __nv_bfloat16, Rule>(p, stream);
-    case Dtype::float16:
-      return launch<Grad, __half, Rule>(p, stream);
+  if (p.compute == nullptr) {
+    return launch<Grad, NoCompute, Rule>(p, stream);
   }
+  with_dtype(p.compute_dtype, [&]<class Compute>(Compute) {
+    launch<Grad, Compute, Rule>(p, stream);
+  });
 }
 
 template <class Rule>
 void dispatch(const FlatUpdatePointers& p, cudaStream_t stream) {
-  switch (p.grad_dtype) {
-    case Dtype::bfloat16:
-      return launch_compute<__nv_bfloat16, Rule>(p, stream);
-    case Dtype::float16:
-      return launch_compute<__half, Rule>(p, stream);
-    default:
-      return launch_compute<float, Rule>(p, stream);
-  }
+  with_dtype(p.grad_dtype, [&]<class Grad>(Grad) {
+    launch_compute<Grad, Rule>(p, stream);
+  });
 }
 
 }  // namespace

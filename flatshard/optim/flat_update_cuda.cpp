@@ -1,4 +1,5 @@
 #include "flatshard/core/error.h"
+#include "flatshard/device/float_dtype_of.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/optim_kernels.h"
@@ -10,24 +11,14 @@
 namespace flatshard {
 namespace {
 
-kernels::Dtype dtype_of(const at::Tensor& t) {
-  if (!t.defined()) {
-    return kernels::Dtype::none;
-  }
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      return kernels::Dtype::float32;
-    case at::kBFloat16:
-      return kernels::Dtype::bfloat16;
-    case at::kHalf:
-      return kernels::Dtype::float16;
-    default:
-      FLATSHARD_THROW(
-          config,
-          "expected float32, bfloat16 or float16 in an optimizer on CUDA, "
-          "got {}",
-          c10::toString(t.scalar_type()));
-  }
+kernels::FloatDtype dtype_of(const at::Tensor& t) {
+  const auto found = find_float_dtype(t.scalar_type());
+  FLATSHARD_CHECK(
+      found,
+      config,
+      "expected float32, bfloat16 or float16 in an optimizer on CUDA, got {}",
+      c10::toString(t.scalar_type()));
+  return *found;
 }
 
 float* floats(const at::Tensor& t) {
@@ -75,8 +66,10 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
   kernels::FlatUpdatePointers p;
   p.main = u.main.data_ptr();
   p.main_dtype = dtype_of(u.main);
-  p.compute = u.compute.defined() ? u.compute.data_ptr() : nullptr;
-  p.compute_dtype = dtype_of(u.compute);
+  if (u.compute.defined()) {
+    p.compute = u.compute.data_ptr();
+    p.compute_dtype = dtype_of(u.compute);
+  }
   p.grad = u.grad.data_ptr();
   p.grad_dtype = dtype_of(u.grad);
   p.state0 = floats(u.state0);

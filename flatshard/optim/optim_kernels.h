@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "flatshard/device/float_dtype.h"
 #include "flatshard/float8/flat_run.h"
 #include "flatshard/float8/formats.h"
 #include "flatshard/optim/parameter_values.h"
@@ -31,17 +32,15 @@ struct StatePointers {
   float* scales = nullptr;
 };
 
-enum class Dtype { none, float32, bfloat16, float16 };
-
 /// Device pointers of one FlatUpdate. All of them are 16-byte aligned: flat
 /// shards are multiples of 16 elements.
 struct FlatUpdatePointers {
   void* main = nullptr;
-  Dtype main_dtype = Dtype::float32;
-  void* compute = nullptr;
-  Dtype compute_dtype = Dtype::none;
+  FloatDtype main_dtype = FloatDtype::float32;
+  void* compute = nullptr;  ///< null: none
+  FloatDtype compute_dtype = FloatDtype::float32;
   const void* grad = nullptr;
-  Dtype grad_dtype = Dtype::float32;
+  FloatDtype grad_dtype = FloatDtype::float32;
   float* state0 = nullptr;
   float* state1 = nullptr;
   const float* grad_scale = nullptr;

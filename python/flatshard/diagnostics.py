@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.forward import root_of, without_compile
 from flatshard._fsdp.grid import grids_of, sums_over
 
 
@@ -30,7 +30,7 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     Returns:
         A list of ParameterNorm, frozen parameters included.
     """
-    root = root_of(model)
+    root = root_of(without_compile(model))
     units = root.units
     for unit in units:
         unit.parameters.refuse_extended(
@@ -71,7 +71,7 @@ def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
         model: the outermost module that fully_shard wrapped.
         enabled: False ends it.
     """
-    root = root_of(model)
+    root = root_of(without_compile(model))
     root.units[0].policy.reports_nan = enabled
     root.report_nan(enabled)
 
@@ -110,7 +110,7 @@ def take_trace(model: nn.Module) -> list[TracedAction]:
     Returns:
         A list of TracedAction.
     """
-    root = root_of(model)
+    root = root_of(without_compile(model))
     if not root.trace.is_kept:
         return []
     return [TracedAction(*action) for action in root.trace.take()]

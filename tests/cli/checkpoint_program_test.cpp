@@ -695,7 +695,11 @@ TEST_F(Checkpoints, ListInspectVerifyPrune) {
   EXPECT_THAT(
       damaged.output,
       AllOf(HasSubstr(shard.string()), HasSubstr("damaged")));
-  EXPECT_EQ(checkpoint("verify /nowhere").code, 1);
+  for (const char* command : {"list", "inspect", "verify", "prune --keep 1"}) {
+    const Result none = checkpoint(fmt::format("{} /nowhere", command));
+    EXPECT_EQ(none.code, 1) << command;
+    EXPECT_THAT(none.output, HasSubstr("/nowhere")) << command;
+  }
 }
 
 TEST_F(Checkpoints, ExportAndStartFromIt) {

@@ -11,12 +11,13 @@ from torch._dynamo.utils import counters
 import flatshard
 from bench.harness.steps import counted_recordings
 from flatshard._fsdp.forward import root_of
+from flatshard.diagnostics import parameter_norms
 from tests.python import float8_models
 from tests.python.device import DEVICE, IS_WHOLE_MATRIX, on_device
 from tests.python.models import Mlp, llama
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
-from tests.python.training import shard
+from tests.python.training import distance, full_state, shard
 
 STEPS = 5
 
@@ -79,6 +80,25 @@ def test_compiled_trains_like_eager(make, whole, order, mesh, rank):
     assert found == pytest.approx(expected, rel=SMALL_MODEL)
     assert graphs[-1] > 0, "nothing was compiled"
     assert graphs[2] == graphs[-1], "compiled again after the third step"
+
+
+def test_what_torch_compile_returns_is_accepted_as_the_model(folder, mesh):
+    torch.manual_seed(0)
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    other = shard(Mlp(), fully_shard, mesh=mesh)
+    compiled, other_compiled = (
+        torch.compile(one, backend="eager") for one in (model, other)
+    )
+    assert distance(full_state(model), full_state(other)) > 0
+    flatshard.checkpoint.save(folder, 1, compiled)
+    flatshard.checkpoint.load(folder, other)
+    assert distance(full_state(model), full_state(other)) == 0
+    flatshard.checkpoint.load(folder, other_compiled)
+    names = [name for name, _ in flatshard.weights.stream(model)]
+    assert [name for name, _ in flatshard.weights.stream(compiled)] == names
+    assert list(flatshard.weights.changed(compiled)) == []
+    norms = parameter_norms(model)
+    assert parameter_norms(compiled) == norms and norms
 
 
 # -- mode="reduce-overhead": torch's own CUDA graphs ---------------------------------------

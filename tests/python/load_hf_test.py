@@ -103,6 +103,13 @@ def test_logits_are_those_of_the_folders_model(name, files, folder, mesh, rank, 
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_into_what_torch_compile_returns(folder, mesh, rank, world):
+    expected = on_device(written("llama", folder, rank, world))
+    model = shard(on_meta("llama"), mesh)
+    assert load_hf(torch.compile(model, backend="eager"), folder) == []
+    torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-5)
+
+
 def test_each_rank_reads_its_rows_alone(folder, mesh, rank, world, monkeypatch):
     written("llama", folder, rank, world)
     model = shard(on_meta("llama"), mesh)

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace flatshard {
 
@@ -16,7 +17,8 @@ LayerKernels::LayerKernels(
     const models::ModelConfig& model,
     std::int64_t layer,
     const std::map<std::string, std::string>& float8,
-    const std::set<std::string>& adapted)
+    const std::set<std::string>& adapted,
+    bool copies)
     : options_(options),
       model_(model),
       layer_(layer),
@@ -30,7 +32,8 @@ LayerKernels::LayerKernels(
       tokens_(
           options.training.local_batch_size * options.training.seq_len /
           (context_ * hosts_)),
-      own_tokens_(tokens_ / sharing_) {
+      own_tokens_(tokens_ / sharing_),
+      copies_(copies) {
 }
 
 void LayerKernels::product(
@@ -141,6 +144,22 @@ void LayerKernels::swiglu(NodeWork& node, std::int64_t rows, std::int64_t width)
   const double row = d(rows) * d(width) * size_;
   node.forward.push_back(Kernel::memory("swiglu", 3 * row));
   node.backward.push_back(Kernel::memory("swiglu", 6 * row));
+}
+
+void LayerKernels::put_together(const Stages& stages, NodeWork& node) const {
+  if (sharing_ == 1) {
+    append_stages(stages, node);
+  } else {
+    append_shared_stages(
+        stages,
+        d(bytes(model_.dim)),
+        copies_ && !frozen_ ? sharing_ : 1,
+        node);
+  }
+}
+
+double LayerKernels::num_chunks(std::int64_t tokens, std::int64_t chunk) {
+  return chunk == 0 ? 1 : std::ceil(d(tokens) / d(chunk));
 }
 
 }  // namespace flatshard

@@ -6,6 +6,7 @@
 #include "flatshard/train/config/lora_keys.h"
 #include "flatshard/train/config/parallelism_keys.h"
 #include "flatshard/train/config/training_keys.h"
+#include "flatshard/train/plan/stages.h"
 
 #include <c10/core/ScalarType.h>
 
@@ -42,12 +43,14 @@ class LayerKernels {
  public:
   /// @param options, model, float8, adapted  see add_model_work; they outlive
   ///   this object.
+  /// @param copies  see Job::copy_activations.
   LayerKernels(
       const WorkOptions& options,
       const models::ModelConfig& model,
       std::int64_t layer,
       const std::map<std::string, std::string>& float8,
-      const std::set<std::string>& adapted);
+      const std::set<std::string>& adapted,
+      bool copies);
 
  protected:
   static double d(std::int64_t n) { return static_cast<double>(n); }
@@ -103,6 +106,15 @@ class LayerKernels {
   /// Adds silu(gate) * up of rows of `width` numbers.
   void swiglu(plan::NodeWork& node, std::int64_t rows, std::int64_t width)
       const;
+  /// Appends stages that follow each other, with their exchanges.
+  void put_together(const Stages& stages, plan::NodeWork& node) const;
+  /// Returns the width that a norm saves per token, including what layers save
+  /// to all-gather its result again.
+  std::int64_t norm_width() const {
+    return (sharing_ > 1 ? 2 : 1) * model_.dim;
+  }
+  /// @param chunk  tokens; 0: all.
+  static double num_chunks(std::int64_t tokens, std::int64_t chunk);
 
   const WorkOptions& options_;
   const models::ModelConfig& model_;
@@ -116,6 +128,7 @@ class LayerKernels {
   std::int64_t hosts_;    ///< that share sequences
   std::int64_t tokens_;   ///< per microbatch, shared by ranks of the former
   std::int64_t own_tokens_;
+  bool copies_;  ///< ranks that share layers copy activations
 };
 
 }  // namespace flatshard

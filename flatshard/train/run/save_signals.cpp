@@ -17,17 +17,18 @@ namespace {
 // One request that comes twice: `timeout` signals the process and its group.
 constexpr std::int64_t kSameRequestNs = 100'000'000;
 
-std::atomic<bool> save_asked = false;
+std::atomic<std::int64_t> save_asked_ns = 0;  // 0: not
 std::atomic<int> stop_asked = 0;
 std::atomic<std::int64_t> first_asked_ns = 0;  // by SIGINT or SIGTERM; 0: not
 std::atomic<bool> in_use = false;
 std::atomic<pid_t> launcher = 0;  // 0: this program did not start the process
-static_assert(std::atomic<bool>::is_always_lock_free);  // for the handlers
+static_assert(std::atomic<int>::is_always_lock_free);  // for the handlers
 static_assert(std::atomic<std::int64_t>::is_always_lock_free);
 
 constexpr std::array<int, 4> kSignals{SIGUSR1, SIGTERM, SIGINT, SIGHUP};
 std::array<struct sigaction, kSignals.size()> old_actions;
 
+// std::chrono::steady_clock's, which handlers may not call.
 std::int64_t now_ns() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -35,7 +36,7 @@ std::int64_t now_ns() {
 }
 
 void on_save(int) {
-  save_asked = true;
+  save_asked_ns = now_ns();
 }
 
 void on_stop_signal(int signal, siginfo_t* info, void*) {
@@ -73,7 +74,7 @@ SaveSignals::SaveSignals() {
       !in_use.exchange(true),
       usage,
       "expected one SaveSignals in a process, got a second one");
-  save_asked = false;
+  save_asked_ns = 0;
   stop_asked = 0;
   first_asked_ns = 0;
   launcher = launched_by_this_program() ? ::getppid() : 0;
@@ -104,8 +105,13 @@ SaveSignals::~SaveSignals() {
   in_use = false;
 }
 
-bool SaveSignals::take_save_request() {
-  return save_asked.exchange(false);
+std::optional<std::chrono::steady_clock::time_point>
+SaveSignals::take_save_request() {
+  const std::chrono::nanoseconds asked{save_asked_ns.exchange(0)};
+  if (asked.count() == 0) {
+    return std::nullopt;
+  }
+  return std::chrono::steady_clock::time_point(asked);
 }
 
 int SaveSignals::stop_signal() const {

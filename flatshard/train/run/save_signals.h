@@ -1,5 +1,8 @@
 #pragma once
 
+#include <chrono>
+#include <optional>
+
 namespace flatshard {
 
 /// While it exists, SIGUSR1 asks this process to save a checkpoint. The first
@@ -18,8 +21,9 @@ class SaveSignals {
   SaveSignals(const SaveSignals&) = delete;
   SaveSignals& operator=(const SaveSignals&) = delete;
 
-  /// SIGUSR1 came since the last call.
-  bool take_save_request();
+  /// Returns when SIGUSR1 came, if it came since the last call; the last one
+  /// of several.
+  std::optional<std::chrono::steady_clock::time_point> take_save_request();
   /// SIGINT, SIGTERM or SIGHUP, the one that came first; 0: none.
   int stop_signal() const;
 };

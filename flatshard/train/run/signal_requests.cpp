@@ -10,6 +10,11 @@
 #include "flatshard/comm/collective_scope.h"
 
 namespace flatshard {
+namespace {
+
+constexpr std::chrono::seconds kSameRequest{1};
+
+}  // namespace
 
 SignalRequests::SignalRequests(
     std::shared_ptr<Mesh> mesh,
@@ -20,7 +25,7 @@ SignalRequests::SignalRequests(
 Requests SignalRequests::take(double step_ms) {
   const int stop_signal = signals_.stop_signal();
   std::array<std::int64_t, 5> counts{
-      static_cast<std::int64_t>(signals_.take_save_request()),
+      static_cast<std::int64_t>(take_save_request()),
       static_cast<std::int64_t>(stop_signal == SIGINT),
       static_cast<std::int64_t>(stop_signal == SIGTERM),
       static_cast<std::int64_t>(stop_signal == SIGHUP),
@@ -43,12 +48,21 @@ Requests SignalRequests::take(double step_ms) {
         1,
         log_freq_);
   }
+  const bool save = counts[0] > 0;
+  if (save) {
+    same_save_until_ = std::chrono::steady_clock::now() + kSameRequest;
+  }
   return {
-      .save = counts[0] > 0,
+      .save = save,
       .stop_signal = counts[2] > 0   ? SIGTERM
                      : counts[1] > 0 ? SIGINT
                      : counts[3] > 0 ? SIGHUP
                                      : 0};
+}
+
+bool SignalRequests::take_save_request() {
+  const auto asked = signals_.take_save_request();
+  return asked && *asked >= same_save_until_;
 }
 
 }  // namespace flatshard

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 
@@ -15,7 +16,9 @@ struct Requests {
 };
 
 /// Has all ranks agree on what one of them was asked for by a signal, about
-/// once a second.
+/// once a second. A signal reaches one rank after another, and a look may come
+/// between: what asks for a checkpoint within a second after the ranks agreed
+/// on one is the same request.
 class SignalRequests {
  public:
   /// @param log_freq  steps between two looks, at most.
@@ -31,10 +34,13 @@ class SignalRequests {
   Requests take(double step_ms);
 
  private:
+  bool take_save_request();
+
   std::shared_ptr<Mesh> mesh_;
   const std::int64_t log_freq_;
   SaveSignals signals_;
   std::int64_t freq_ = 1;
+  std::chrono::steady_clock::time_point same_save_until_;
 };
 
 }  // namespace flatshard

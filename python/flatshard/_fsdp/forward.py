@@ -26,6 +26,13 @@ from flatshard.torch_versions import (
 wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+def without_compile(module):
+    """Returns the module that torch.compile wrapped; otherwise `module`."""
+    if state_of(module) is not None:
+        return module
+    return getattr(module, "_orig_mod", module)
+
+
 def root_of(module):
     """Returns the Root of the outermost module that fully_shard wrapped."""
     state = state_of(module)

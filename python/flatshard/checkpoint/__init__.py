@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _C
-from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.forward import root_of, without_compile
 from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
 from flatshard._tensor.places import unit_of
@@ -113,7 +113,7 @@ def async_save(
     Args:
         folder: contains one folder for each checkpoint.
         step: a number; an older checkpoint of that number is replaced.
-        model: the outermost module that `fully_shard` wrapped.
+        model: the outermost module that `fully_shard` wrapped, or torch.compile of it.
         optimizer: of its parameters: flatshard.optim.AdamW or Muon, or any whose state is
             tensors like the parameters, and `step`. Several of flatshard.optim: a list.
             None: weights only.
@@ -128,6 +128,7 @@ def async_save(
     Raises:
         ValueError: an optimizer or state that cannot be saved, naming what.
     """
+    model = without_compile(model)
     root = _root_of(model)
     texts = _checked_texts(state)
     optimizers = as_list(optimizer)
@@ -166,6 +167,7 @@ def load(
         flatshard.Error: a file that is damaged, a tensor that is missing or too many,
             of another shape or dtype, naming file, tensor and both values.
     """
+    model = without_compile(model)
     root = _root_of(model)
     mesh = root.checkpoint_mesh()
     path = _step_folder(pathlib.Path(folder), step, mesh)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from flatshard._fsdp.forward import without_compile
 from flatshard._fsdp.module import class_before
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
@@ -69,7 +70,7 @@ def load_hf(
         ValueError: parameters or buffers that the folder does not have, or of another
             shape, with their names. The model has no usable values then.
     """
-    tensors = _Folder(Path(folder))
+    tensors, model = _Folder(Path(folder)), without_compile(model)
     places: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(p), (p, []))[1].append(name)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatshard import _C
+from flatshard._fsdp.forward import without_compile
 from flatshard.weights.source import Options, Stream, plan_of
 
 
@@ -31,8 +32,8 @@ class Changes:
 
     def __init__(self, model: nn.Module, options: Options):
         options.check()
-        self._model, self._options = model, options
-        self._plan = plan_of(model, options)
+        self._model, self._options = without_compile(model), options
+        self._plan = plan_of(self._model, options)
         self._core = _C.ChangedWeights(self._plan.cores, options.dtype, self._plan.mesh)
         self._outside = self._outside_units()
         self._is_open = False

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatshard import _C
-from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.forward import root_of, without_compile
 from flatshard._fsdp.root import Root
 from flatshard._tensor.memory import local_of
 from flatshard.checkpoint import whole_tensors
@@ -294,8 +294,8 @@ class Source:
 
     def __init__(self, model: nn.Module, options: Options):
         options.check()
-        self._model, self._options = model, options
-        self._known = plan_of(model, options)
+        self._model, self._options = without_compile(model), options
+        self._known = plan_of(self._model, options)
 
     def _plan(self):
         self._known = plan_of(self._model, self._options, self._known)

@@ -11,6 +11,7 @@
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/train_state.h"
+#include "tests/support/counted_operation.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
@@ -238,6 +239,22 @@ TEST(OverlapTraining, EqualsTheRunWithoutIt) {
   expect_equal(
       train_overlapping(2, selective + Overrides{kOverlap, kLate}),
       train_overlapping(2, selective));
+}
+
+// Dense layers and layers with experts in pieces multiply as often in their
+// second run as blocks do.
+TEST(OverlapTraining, ASecondRunMakesNoResultOfItsPart) {
+  const auto products = [](const Overrides& overrides) {
+    testing::CountedOperation counted("aten::mm");
+    train_overlapping(1, overrides);
+    return counted.take();
+  };
+  const Overrides full{"activation_checkpoint.mode=full"};
+  const std::int64_t again = products(full) - products({});
+  EXPECT_GT(again, 0);
+  EXPECT_EQ(
+      products(full + Overrides{kOverlap}) - products({kOverlap}),
+      again);
 }
 
 TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {

@@ -12,8 +12,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <csignal>
 #include <limits>
+#include <thread>
 
 namespace flatshard {
 namespace {
@@ -114,6 +116,17 @@ TEST(SignalRequests, AreTakenOnce) {
   asked = requests.take(1);
   EXPECT_FALSE(asked.save);
   EXPECT_EQ(asked.stop_signal, SIGINT);
+}
+
+TEST(SignalRequests, OneThatReachesARankAfterTheOthersLookIsTheSame) {
+  SignalRequests requests(Mesh::single(at::kCPU), /*log_freq=*/10);
+  ::raise(SIGUSR1);
+  EXPECT_TRUE(requests.take(/*step_ms=*/1).save);
+  ::raise(SIGUSR1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1001));
+  EXPECT_FALSE(requests.take(1).save);
+  ::raise(SIGUSR1);
+  EXPECT_TRUE(requests.take(1).save);
 }
 
 NonfiniteGuard guard_of(config::OnNonfinite action) {
