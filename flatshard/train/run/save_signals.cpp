@@ -28,7 +28,7 @@ static_assert(std::atomic<std::int64_t>::is_always_lock_free);
 constexpr std::array<int, 4> kSignals{SIGUSR1, SIGTERM, SIGINT, SIGHUP};
 std::array<struct sigaction, kSignals.size()> old_actions;
 
-// std::chrono::steady_clock's, which handlers may not call.
+// Reads the clock of std::chrono::steady_clock; handlers may not call that.
 std::int64_t now_ns() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);

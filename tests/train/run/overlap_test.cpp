@@ -252,9 +252,7 @@ TEST(OverlapTraining, ASecondRunMakesNoResultOfItsPart) {
   const Overrides full{"activation_checkpoint.mode=full"};
   const std::int64_t again = products(full) - products({});
   EXPECT_GT(again, 0);
-  EXPECT_EQ(
-      products(full + Overrides{kOverlap}) - products({kOverlap}),
-      again);
+  EXPECT_EQ(products(full + Overrides{kOverlap}) - products({kOverlap}), again);
 }
 
 TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
